@@ -713,7 +713,8 @@ def test_layers_are_chosen_by_name() -> None:
     with torch.no_grad(), watch(ours, See(entropy=True), layers=["*.1.attention"]) as watched:
         ours(IDS)
     assert list(watched) == ["stack.blocks.1.attention"]
-    for layers, message in ((["no.such"], "No module"), ("x", "list of names")):
+    refused: list[tuple[Any, str]] = [(["no.such"], "No module")]
+    for layers, message in [*refused, *((given, "list of names") for given in ("x", 1, [1], []))]:
         with pytest.raises(InputError, match=message), watch(model, See(peak=True), layers=layers):
             pass
 

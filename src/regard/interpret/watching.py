@@ -90,7 +90,8 @@ def watch(
 def _checked(layers: Sequence[str] | None, model: nn.Module) -> Sequence[str] | None:
     if layers is None:
         return None
-    if isinstance(layers, str) or not all(isinstance(layer, str) for layer in layers):
+    given = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
+    if not given or not all(isinstance(layer, str) for layer in given):
         raise InputError(f"layers is a list of names, such as ['encoder.*'], not {layers!r}.")
     names = [name for name, _ in model.named_modules()]
     for pattern in layers:
