@@ -168,6 +168,15 @@ def test_a_summary_and_its_sentences(page: Page) -> None:
     assert page.texts(of("summarize", ".lit"))[0].startswith("This library lets Python")
     result(page, "summarize", model="summarize")
     assert len(page.texts(of("summarize", ".pane:nth-child(2) .unit"))) == 3
+    things = (
+        "🐈 Things:\n- milk\n- two loaves of bread\n- eggs"  # the markers are no part of sentences
+    )
+    result(page, "summarize", text=things)
+    assert page.text(of("summarize", ".pane:nth-child(1) .text")) == things
+    units = page.texts(of("summarize", ".pane:nth-child(1) .unit"))
+    assert units == ["🐈 Things:", "milk", "two loaves of bread", "eggs"]
+    result(page, "summarize", text=CAT)  # a single sentence attends to no other
+    assert page.texts(of("summarize", ".text")) == [CAT, CAT]
 
 
 def test_an_answer_is_marked_in_its_context(page: Page) -> None:

@@ -63,15 +63,22 @@ function placesOf(text, units) {
   });
 }
 
+/** A function from the position of a character in a text, as records count, to that in UTF-16 code
+    units, as JavaScript counts. */
+function positionsOf(text) {
+  const positions = [0];
+  for (const character of text) positions.push(positions.at(-1) + character.length);
+  return (position) => positions[position];
+}
+
 /** An element for a text, with a span for each unit. `marked` is a range to underline. The text
-    before position `quiet` is grey. */
-function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
+    before position `quiet` is grey. `places` are the ranges of the units, if they are known. */
+function textOf(text, units = [], { marked = null, quiet = 0, places = placesOf(text, units) } = {}) {
   const long = text.length > 240;
   const element = make("p", { class: long ? "text long" : "text", dir: "auto" });
   const spans = units.map((unit) => make("span", { class: "unit" }, unit));
-  const places = placesOf(text, units);
-  if (!places) {
-    element.append(...spans.flatMap((span) => [span, " "]));
+  if (!places || !units.length) {
+    element.append(...(units.length ? spans.flatMap((span) => [span, " "]) : [text]));
     return { element, spans };
   }
   const pieces = []; // [text or span, start, end]
@@ -269,7 +276,7 @@ function showPair(out, view, body, record, queryText, keyText, show) {
   const { title, kind = "Words", above = [], below } = show;
   const { attended, svg } = record;
   const names = [queryText[0], keyText[0]];
-  const query = textOf(queryText[1], attended?.queries);
+  const query = textOf(queryText[1], attended?.queries, queryText[2]);
   const key = textOf(keyText[1], attended?.keys, keyText[2]);
   const panes = [paneOf(names[0], query), paneOf(names[1], key)];
   const aside = panes.every((pane) => pane.classList.contains("long"));
@@ -334,6 +341,8 @@ const VIEWS = {
       let how = method === "whole" ? "" : `${counted(record.parts.length, "part")}, ${method}`;
       if (method === "extracted") { // the document's sentences attend to those of the summary
         texts.reverse();
+        const at = positionsOf(body.text);
+        texts[0].push({ places: sentences.map(({ start, end }) => [at(start), at(end)]) });
         const chosen = sentences.filter((sentence) => sentence.chosen).length;
         how = `${chosen} of ${counted(sentences.length, "sentence")}`;
       }
@@ -346,9 +355,8 @@ const VIEWS = {
     doing: "Answering",
     async run(body, signal, out) {
       const record = await postJson("/answer", { ...body, svg: true }, signal);
-      // The record counts characters; JavaScript counts UTF-16 code units.
-      const upTo = (count) => Array.from(body.context).slice(0, count).join("").length;
-      const marked = record.answered ? [upTo(record.start), upTo(record.end)] : null;
+      const at = positionsOf(body.context);
+      const marked = record.answered ? [at(record.start), at(record.end)] : null;
       const answer = record.answered
         ? make("p", { class: "text answer", dir: "auto" }, record.text)
         : make("p", { class: "text prompt" }, "No answer in this context.");
