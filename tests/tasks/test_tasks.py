@@ -988,9 +988,9 @@ def test_a_completion_ends_with_a_whole_sentence_if_one_ends_late(text: str, who
     bundle, prompt = cast("Any", _Lettered()), completion._Prompt("a", [ord("a")])
     ids = list(map(ord, text))
     limit = round(len(whole) / 0.6) if len(whole) < len(text) else len(text)
-    assert text[: completion._whole(bundle, prompt, ids, limit)] == whole
+    assert text[: completion._whole_length(bundle, prompt, ids, limit)] == whole
     if len(whole) < len(text):  # a sentence that ends earlier does not count
-        assert completion._whole(bundle, prompt, ids, limit + 2) == len(text)
+        assert completion._whole_length(bundle, prompt, ids, limit + 2) == len(text)
 
 
 def test_the_default_completion_ends_with_a_whole_sentence_streamed_or_not() -> None:

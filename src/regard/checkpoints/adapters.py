@@ -23,6 +23,7 @@ from regard.checkpoints.keymap import KeyMap, Step, Transpose
 from regard.errors import CheckpointError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_DIGEST = "base_digest"  # in the metadata of our adapters: Checkpoint.digest of the base
 _PREFIX = "base_model.model."
 # Settings of peft that change what the matrices mean. A value other than these is refused.
 _PLAIN: dict[str, tuple[object, ...]] = {
@@ -153,6 +154,3 @@ def write_adapter(
     data = save(tensors, {"format": "pt", BASE_DIGEST: digest})
     replace_file(folder / ADAPTER_WEIGHTS, data)
     replace_file(folder / ADAPTER, json_bytes(config))
-
-
-BASE_DIGEST = "base_digest"  # in the metadata of our adapters: Checkpoint.digest of the base

@@ -49,9 +49,9 @@ class Lock:
 
 def place() -> Path:
     """Return the folder of downloaded models, in huggingface_hub's folder for other libraries."""
-    given = os.environ.get
-    home = given("HF_HOME") or f"{given('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    assets = given("HF_ASSETS_CACHE") or f"{home}/assets"
+    variable = os.environ.get
+    home = variable("HF_HOME") or f"{variable('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    assets = variable("HF_ASSETS_CACHE") or f"{home}/assets"
     return Path(os.path.expandvars(assets)).expanduser() / "regard" / "models"
 
 

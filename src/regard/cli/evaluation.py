@@ -41,23 +41,14 @@ def evaluate(
         tuple[int, int],
         typer.Option(metavar="A B", help="The columns of source and target in TSV."),
     ] = (1, 2),
-    fields: Annotated[
-        tuple[str, str],
-        typer.Option(metavar="A B", help="The fields of source and target in JSONL."),
-    ] = ("source", "target"),
+    fields: options.Fields = ("source", "target"),
     part: Annotated[
         tuple[int, int],
         typer.Option(
             metavar="A B", help="Use parts A to B-1 of 1000, chosen by the MD5 of the source."
         ),
     ] = (0, 1000),
-    prefix: Annotated[
-        str | None,
-        typer.Option(
-            help="The text before each source; by default from the model's files.",
-            show_default=False,
-        ),
-    ] = None,
+    prefix: options.Prefix = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(

@@ -74,6 +74,18 @@ Target = Annotated[
     str | None,
     typer.Option(help="The text that an encoder-decoder writes. Without it, the model writes one."),
 ]
+
+# Data.
+Fields = Annotated[
+    tuple[str, str],
+    typer.Option(metavar="A B", help="The fields of source and target in JSONL."),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(
+        help="The text before each source; by default from the model's files.", show_default=False
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe. Repeatable."),

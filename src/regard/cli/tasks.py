@@ -142,10 +142,10 @@ def summarize(
         no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=min_new_tokens,
     )  # fmt: skip
     given: dict[str, object] = {
-        "sentences": sentences, "words": words, "one_line": one_line or None, "model": model,
-        "join": join or None, "max_new_tokens": max_new_tokens, **settings.to_json(),
+        "sentences": sentences, "words": words, "one_line": one_line, "model": model,
+        "join": join, "max_new_tokens": max_new_tokens, **settings.to_json(),
     }  # fmt: skip
-    check_options((name for name, value in given.items() if value is not None), _as_option)
+    check_options(given, _as_option)
     place = terminal.device(device)
     documents = texts.documents(text, file)
     done, hidden = 0, not file or sys.stdout.isatty()

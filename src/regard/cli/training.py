@@ -60,17 +60,8 @@ def finetune(
         float,
         typer.Option(help="The maximum time; the schedule is shortened to it. 0: no limit.", min=0),
     ] = 30.0,
-    fields: Annotated[
-        tuple[str, str],
-        typer.Option(metavar="A B", help="The fields of source and target in JSONL."),
-    ] = ("source", "target"),
-    prefix: Annotated[
-        str | None,
-        typer.Option(
-            help="The text before each source; by default from the model's files.",
-            show_default=False,
-        ),
-    ] = None,
+    fields: options.Fields = ("source", "target"),
+    prefix: options.Prefix = None,
     lora: Annotated[
         bool,
         typer.Option(

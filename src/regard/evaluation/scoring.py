@@ -175,8 +175,7 @@ class AnswerScorer:
             lengths = table["ids"].lengths_of(rows.rows).tolist()
             width = batch.ids.shape[1]
             sentence = torch.tensor([
-                in_window(self._context(number).sentences, split, offset, length)
-                + [0] * (width - length)
+                in_window(self._context(number).sentences, split, offset, length, width)
                 for (number, split, offset, *_), length in zip(facts, lengths, strict=True)
             ])  # fmt: skip
             spans = best_spans(*logits, batch.possible, sentence.to(device))

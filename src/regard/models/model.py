@@ -379,12 +379,12 @@ class Model(nn.Module):
             raise CheckpointError(f"The key map and the model disagree about {', '.join(odd)}.")
 
         adapter = None if source.adapter is None else source.adapter.fitted(keys)
+        replaced = {} if adapter is None else adapter.whole
         spelled = {key: name for name, key in names.items()}
 
         def read(key: str) -> Tensor:
-            whole = {} if adapter is None else adapter.whole
             tensor = source.read(key)
-            if (other := whole.get(spelled[key])) is not None:
+            if (other := replaced.get(spelled[key])) is not None:
                 if other.shape != tensor.shape:
                     raise CheckpointError(
                         f"{source.folder} replaces {key}, {list(tensor.shape)}, by a tensor of "

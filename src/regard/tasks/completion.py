@@ -74,7 +74,7 @@ def complete(
         score = log_probability(best, strategy) / max(len(best.ids) + best.stopped, 1)
         kept = best.ids
         if given is None and not best.stopped:
-            kept = kept[: _whole(bundle, prompt, kept, max_new_tokens)]
+            kept = kept[: _whole_length(bundle, prompt, kept, max_new_tokens)]
         records.append(_record(bundle, prompt, kept, score, best.stopped, seconds, attended))
     return records
 
@@ -171,8 +171,8 @@ def _pieces(
     ):
         ids.append(token)
         total += decoder.log_probability(token)
-        # The text after the last whole sentence waits until that sentence is not the last.
-        kept = ids[: _whole(bundle, prompt, ids, max_new_tokens)] if whole else ids
+        # The start of a sentence is sent when the sentence ends, because it may be cut off.
+        kept = ids[: _whole_length(bundle, prompt, ids, max_new_tokens)] if whole else ids
         if len(ids) > len(kept) or not whole or len(ids) < WHOLE_FROM * max_new_tokens:
             text = _new_text(bundle, prompt, kept)
             if text != sent and not text.endswith("\ufffd"):  # some characters take several tokens
@@ -182,14 +182,14 @@ def _pieces(
     score = total + max(decoder.log_probability(t) for t in bundle.ends) if stopped else total
     score /= max(len(ids) + stopped, 1)
     if whole and not stopped:
-        ids = ids[: _whole(bundle, prompt, ids, max_new_tokens)]
+        ids = ids[: _whole_length(bundle, prompt, ids, max_new_tokens)]
     text = _new_text(bundle, prompt, ids)
     if text != sent:
         yield text[len(sent) :]
     return _record(bundle, prompt, ids, score, stopped, perf_counter() - began, attended)
 
 
-def _whole(bundle: Bundle, prompt: _Prompt, ids: Sequence[int], max_new_tokens: int) -> int:
+def _whole_length(bundle: Bundle, prompt: _Prompt, ids: Sequence[int], max_new_tokens: int) -> int:
     """The number of new tokens up to the end of the last whole sentence; all if none ends late."""
     text = _new_text(bundle, prompt, ids)
     for count in range(len(ids), ceil(WHOLE_FROM * max_new_tokens) - 1, -1):

@@ -14,11 +14,7 @@ from regard.models.bundle import Bundle, Name, Precision, open_bundle
 _DEFAULTS = {
     "translate": ("translation", "opus-mt-en-fr", "translate-student"),
     "summarize": ("summarization", "t5-small", "summarize"),
-    "answer": (
-        "question answering",
-        "bert-base-cased-squad2",
-        "answer",
-    ),
+    "answer": ("question answering", "bert-base-cased-squad2", "answer"),
     "books-gpt2": ("completion", "gpt2", "books-gpt2"),
 }
 

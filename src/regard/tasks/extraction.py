@@ -28,15 +28,15 @@ from regard.tasks.writing import Check, no_check
 from regard.text.prose import count_words, is_whole, points_back, prose_sentences
 from regard.text.words import Span
 
-SHARE = 1 / 3  # of the sentences are chosen,
-MOST = 3  # at most so many
-SHORT = 4  # sentences of a document of which one is chosen
+SHARE = 1 / 3  # by default, this share of the sentences is chosen
+MOST = 3  # the largest number of sentences that are chosen by default
+SHORT = 4  # the most sentences of a document of which one is chosen by default
 MIN_WORDS = 5  # a shorter sentence is not chosen, if there are others
 FIRST = 6.0  # how much more the first sentence counts; the second half as much, and so on
 POINTING = 0.7  # how much a sentence counts that points to an earlier one
-KEPT = 1 / 3  # of the sentences of a part are kept, until all fit the model's input,
-MOST_KEPT = 2 / 3  # or until so many would be kept, because so many are wanted
-CHANCE = 0.9  # that a summary is acceptable; the scores do not tell better
+KEPT = 1 / 3  # the share of each part's sentences that is read again, if there are several parts
+MOST_KEPT = 2 / 3  # nothing is read again if a larger share would be kept, as many are wanted
+CHANCE = 0.9  # the probability that a summary is acceptable; it does not depend on the scores
 TOO_EQUAL = 0.7  # the share of common words at which a sentence repeats another
 
 

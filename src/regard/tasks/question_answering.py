@@ -191,7 +191,7 @@ def _read(bundle: Bundle, parts: Sequence[Window], sentences: Sequence[list[int]
     batch = _batch(bundle, parts)
     width = batch.ids.shape[1]
     sentence = torch.tensor([
-        in_window(numbers, part.split, part.offset, len(part.ids)) + [0] * (width - len(part.ids))
+        in_window(numbers, part.split, part.offset, len(part.ids), width)
         for part, numbers in zip(parts, sentences, strict=True)
     ])  # fmt: skip
     with torch.inference_mode():

@@ -6,7 +6,7 @@ A model that writes reads a long document in parts, and then the summaries of it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
@@ -74,11 +74,11 @@ def summarize(
     'small web server'
     """
     given: dict[str, object] = {
-        "sentences": sentences, "words": words, "one_line": one_line or None, "model": model,
-        "join": join or None, "max_new_tokens": max_new_tokens,
+        "sentences": sentences, "words": words, "one_line": one_line, "model": model,
+        "join": join, "max_new_tokens": max_new_tokens,
         **(how.to_json() if isinstance(how, Settings) else {"how": how}),
     }  # fmt: skip
-    check_options(name for name, value in given.items() if value is not None)
+    check_options(given)
     for name, number in (("sentences", sentences), ("words", words)):
         if number is not None:
             at_least(f"summarize({name}=...)", number, 1)
@@ -115,12 +115,12 @@ def summarize(
     return [_record(bundle, rounds) for rounds in documents]
 
 
-def check_options(given: Iterable[str], shown: Callable[[str], str] = str) -> None:
+def check_options(options: Mapping[str, object], shown: Callable[[str], str] = str) -> None:
     """Raise InputError if these options of ``summarize`` do not go together.
 
-    ``shown`` says how a user spells them.
+    An option that is None or False was not given. ``shown`` says how a user spells an option.
     """
-    names = list(given)
+    names = [name for name, value in options.items() if value is not None and value is not False]
     choosing, writing = ([name for name in some if name in names] for some in (CHOOSING, WRITING))
     if len(both := choosing) == 2 or len(both := writing) == 2:
         raise InputError(f"Give {shown(both[0])} or {shown(both[1])}, not both.")

@@ -9,16 +9,14 @@ from itertools import pairwise
 from regard.text.words import Span, sentences
 
 MAX_WIDTH = 120  # characters of a line that was wrapped; a longer line is a paragraph
-MIN_WIDTH = 40  # of the longest line of a wrapped paragraph
-MIN_LINE = 25  # of a line that goes on in lower case in the next
+MIN_WIDTH = 40  # a paragraph is taken to be wrapped at this width or more
+MIN_LINE = 25  # characters of a wrapped line whose next line begins in lower case
 MAX_QUOTED = 4  # sentences of a quotation that are kept together
 _MARKER = re.compile(r"(?:[-*+•·‣\u2013\u2014]|\d{1,3}[.)]|\([a-z\d]\)|#{1,6}|>|\|)\s")
 _BLOCK = re.compile(r"[^\n]+(?:\n[^\S\n]*\S[^\n]*)*")  # lines without an empty line between them
 _WHOLE = re.compile("[.!?…。\uff01\uff1f][\"'\u2019\u201d»)\\]」』\uff09]*$")
 # An ideogram or kana counts as a word, because no spaces separate words there.
 _WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff]|[^\\W_]+(?:['\u2019.,-][^\\W_]+)*")
-
-
 # English words that point to an earlier sentence where they begin one.
 _POINTS_BACK = re.compile(
     r"\W*(He|She|It|They|This|These|Those|His|Her|Its|Their|However|But|Therefore|Then|So|"

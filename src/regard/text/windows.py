@@ -16,16 +16,18 @@ class Window(NamedTuple):
     offset: int  # the index of this part's first token in the whole context
 
 
-def in_window(numbers: Sequence[int], split: int, offset: int, length: int) -> list[int]:
-    """A number for each token of a window of ``length`` tokens, given those of the whole context.
+def in_window(
+    numbers: Sequence[int], split: int, offset: int, length: int, width: int
+) -> list[int]:
+    """The numbers of a window's tokens, given those of the tokens of the whole context.
 
-    Tokens outside the context have 0.
+    The window has ``length`` tokens, and is padded to ``width``. Tokens outside the context have 0.
 
-    >>> in_window([5, 6, 7, 8], split=2, offset=1, length=6)
-    [0, 0, 6, 7, 8, 0]
+    >>> in_window([5, 6, 7, 8], split=2, offset=1, length=6, width=8)
+    [0, 0, 6, 7, 8, 0, 0, 0]
     """
     part = numbers[offset : offset + length - split - 1]
-    return [0] * split + list(part) + [0] * (length - split - len(part))
+    return [0] * split + list(part) + [0] * (width - split - len(part))
 
 
 def windows(

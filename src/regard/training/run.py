@@ -162,15 +162,9 @@ def _train(
 
 
 def _savings(model: Model) -> str:
-    """What low-rank updates save."""
-    weights = list(model.parameters())
-    trained, whole = (
-        sum(weight.numel() for weight in some)
-        for some in (
-            [weight for weight in weights if weight.requires_grad],
-            [weight for weight in weights if not weight.requires_grad],
-        )
-    )
+    """How much smaller low-rank updates are than the weights of the model, in words."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    whole = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     # AdamW keeps two numbers of 4 bytes for each trained one, and there is its gradient.
     return (
         f"LoRA trains {trained:,} parameters, {trained / whole:.1%} of the model's {whole:,}. "

@@ -591,7 +591,7 @@ def _masked(scores: Tensor, weights: Tensor, lowest: float) -> tuple[Tensor, Ten
     return raw, ~hidden | unmasked
 
 
-def _from_windows(made: Windows, local: Softmax, see: See) -> Seen:
+def _from_windows(windows: Windows, local: Softmax, see: See) -> Seen:
     """The fields of ``see`` from the softmax of a module over windows of keys."""
     if see.scores is not None:
         raise _UnknownError("computes scores of windows of keys, which See(scores) does not have")
@@ -601,7 +601,7 @@ def _from_windows(made: Windows, local: Softmax, see: See) -> Seen:
     extent = Extent(batch, heads, queries, queries, local.weights.device)
     see.check(extent)
     joining = Joining(see, extent)
-    for tile, scores, weights in made.tiles(local):
+    for tile, scores, weights in windows.tiles(local):
         raw, _ = _masked(scores, weights, lowest)
         joining.add(observe(see, tile, raw, weights, raw.logsumexp(-1), None))
     seen = joining.seen()

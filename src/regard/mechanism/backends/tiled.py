@@ -62,7 +62,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def has_few_rows(call: Call) -> bool:
-    """Whether all scores of a call are no more numbers than its keys."""
+    """Whether a call computes no more scores than there are numbers in its keys."""
     return call.groups * call.extent.queries <= call.query.shape[-1]
 
 
