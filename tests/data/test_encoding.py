@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,35 @@ def test_tags_are_tokens_of_their_own(tmp_path: Path) -> None:
     starts = table["source"].starts[:-1]
     assert (table["source"].flat[starts] == text.id(">>fra<<")).all()
     assert not (table["target"].flat == text.id(">>fra<<")).any()
+
+
+def test_pairs_are_repeated_as_often_as_their_source_says(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    raw = recipe_of(tmp_path)
+    [source] = raw["data"]["train"]
+    raw["data"]["train"] = [
+        source | {"part": [0, 500]},
+        source | {"part": [500, 1000], "times": 3},
+    ]
+    raw["tokenizer"] |= {"dropout": 0.1, "variants": 2}
+    recipe = parse_recipe(raw)
+    text = tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
+    table, _ = encoding.table(recipe.data, "train", recipe.task, text, recipe.tokenizer)
+    assert table.facts["read"] == 120
+    rows = table["source"].flat.split(table["source"].lengths.tolist())
+    plain = Counter(text.decode(row.tolist()) for row in rows[: len(rows) // 2])
+    expected = Counter[str]()
+    for line in sentences(120):
+        expected[line] += 1 if thousandth(line) < 500 else 3
+    assert plain == expected
+    assert len(rows) == 2 * sum(expected.values())
+
+
+def test_only_pairs_are_repeated(tmp_path: Path) -> None:
+    raw = recipe_of(tmp_path, "span corruption", "t5")
+    raw["data"]["train"] = [{"format": "text", "files": ["a.txt"], "times": 2}]
+    with pytest.raises(InputError, match="times"):
+        parse_recipe(raw)
 
 
 @pytest.fixture

@@ -137,24 +137,27 @@ def pair_columns(
     variants: int = 1,
     dropout: float = 0.0,
 ) -> dict[str, Ragged]:
-    """The columns "source" and "target" of all pairs; a pair has one row for each of its targets.
+    """The columns "source" and "target" of all pairs; a pair has a row for each of its targets.
 
-    Pairs longer than ``length`` tokens are left out and reported. The first of ``variants`` is all
-    rows without BPE-dropout; each further variant repeats all rows with BPE-dropout.
+    A pair that an epoch has several ``times`` has as many rows. Pairs longer than ``length`` tokens
+    are left out and reported. The first of ``variants`` is all rows without BPE-dropout; each
+    further variant repeats all rows with BPE-dropout.
     """
     kept: list[tuple[str, str]] = []
     plain: list[tuple[list[int], list[int]]] = []
-    rows = ((pair.source, target, report.place) for pair in pairs for target in pair.targets)
+    rows = ((pair, target, report.place) for pair in pairs for target in pair.targets)
+    read = 0
     while some := list(islice(rows, 8192)):
-        encoded = _encode_pairs(tokenizer, [(source, target) for source, target, _ in some])
-        for (source, target, place), ids in zip(some, encoded, strict=True):
+        encoded = _encode_pairs(tokenizer, [(pair.source, target) for pair, target, _ in some])
+        for (pair, target, place), ids in zip(some, encoded, strict=True):
             if max(map(len, ids)) >= length:
                 too_long = f"longer than {length} tokens (data.length)"
                 report.bad.append(Bad(*place, too_long))
             else:
-                kept.append((source, target))
-                plain.append(ids)
-    report.read = len(kept)
+                read += 1
+                kept += [(pair.source, target)] * pair.times
+                plain += [ids] * pair.times
+    report.read = read
     whole = list(plain)
     for _ in range(1, variants):
         with _bpe_dropout(tokenizer, dropout):

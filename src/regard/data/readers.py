@@ -225,8 +225,9 @@ def thousandth(text: str) -> int:
 def group_targets(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
     """Merge pairs of the same source into one pair with up to ``most`` different targets.
 
-    >>> group_targets([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
-    [Pair(source='a', targets=('b', 'e')), Pair(source='c', targets=('d',))]
+    >>> grouped = group_targets([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
+    >>> [pair.targets for pair in grouped]
+    [('b', 'e'), ('d',)]
     """
     targets: dict[str, list[str]] = {}
     for pair in pairs:

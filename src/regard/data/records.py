@@ -15,6 +15,7 @@ class Pair(NamedTuple):
 
     source: str
     targets: tuple[str, ...]
+    times: int = 1  # how often an epoch of training contains it
 
 
 class Answer(NamedTuple):

@@ -63,6 +63,11 @@ class Source:
     )
     reverse: bool = key("swap source and target", False)
     prefix: str = key("text to put before each source, such as a language tag", "")
+    times: int = key(
+        "for pairs, how often an epoch contains each of them, to balance kinds of text",
+        1,
+        least=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,8 @@ def check_data(data: Data, task: str) -> None:
             raise InputError(f"Columns are counted from 1, but got {list(source.columns)}.")
         if kind is str and (source.prefix or source.reverse):
             raise InputError(f"prefix and reverse of a data source do nothing for {task}.")
+        if kind is not Pair and source.times > 1:
+            raise InputError(f"times of a data source repeats pairs, so it is not for {task}.")
     if data.context >= data.length:
         raise InputError(
             f"data.context = {data.context} leaves no tokens with a loss in pieces of "
@@ -166,9 +173,9 @@ def records(data: Data, sources: Sequence[Source], kind: type, report: Report) -
                 yield record.source
             elif source.reverse:
                 for target in record.targets:
-                    yield Pair(source.prefix + target, (record.source,))
+                    yield Pair(source.prefix + target, (record.source,), source.times)
             else:
-                yield Pair(source.prefix + record.source, record.targets)
+                yield Pair(source.prefix + record.source, record.targets, source.times)
 
 
 def _read(data: Data, source: Source, kind: type, report: Report) -> Iterator[Record]:
