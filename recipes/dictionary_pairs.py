@@ -2,10 +2,10 @@
 
     python recipes/dictionary_pairs.py DATA TEXT
 
-DATA holds mono/wiktionary/ (docs/data.md), and TEXT the files train.en-{fr,de}.tsv and
-mono.{fr,de}.txt of the other scripts; it receives words.en-fr.tsv and words.en-de.tsv. A headword
-is taken if it occurs at most MOST times in the training text, and gets the translation of most
-senses.
+DATA holds mono/wiktionary/ (docs/data.md), and TEXT the files train.en-{fr,de}.tsv,
+everyday.en-{fr,de}.tsv and mono.{fr,de}.txt of the other scripts; it receives words.en-fr.tsv and
+words.en-de.tsv. A headword is taken if it occurs at most MOST times in the training text, and gets
+the translation of most senses.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the seed of all random choices")
     arguments = parser.parse_args()
     for language in ("fr", "de"):
-        train = arguments.text / f"train.en-{language}.tsv"
-        sides = (line.partition("\t") for line in _file_lines(train))
+        files = [arguments.text / f"{kind}.en-{language}.tsv" for kind in ("train", "everyday")]
+        sides = (line.partition("\t") for file in files for line in _file_lines(file))
         english: Counter[str] = Counter()
         other: Counter[str] = counted(_file_lines(arguments.text / f"mono.{language}.txt"))
         for left, _, right in sides:

@@ -2,12 +2,12 @@
 
     python recipes/translation_data.py DATA OUT
 
-DATA holds the folder mt/ (docs/data.md). OUT receives train.en-fr.tsv, train.en-de.tsv (English,
-tab, translation, in random order), everyday.en-fr.tsv, everyday.en-de.tsv (the everyday pairs among
-them, once), valid.en-fr.tsv, valid.en-de.tsv, and counts.json, which says how many pairs of each
-source are kept and why the others are rejected. No sentence of any validation or test part is in
-the training files. The recipes use every file in both directions, and put the tag of the target
-language before the source.
+DATA holds the folder mt/ (docs/data.md). OUT receives everyday.en-fr.tsv, everyday.en-de.tsv
+(English, tab, translation), train.en-fr.tsv, train.en-de.tsv (all other kinds of text, in random
+order), valid.en-fr.tsv, valid.en-de.tsv, and counts.json, which says how many pairs of each source
+are kept and why the others are rejected. No sentence of any validation or test part is in the
+training files. The recipes say how often an epoch has each file, use every file in both directions,
+and put the tag of the target language before the source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -38,39 +37,25 @@ HELD_OUT_PARTS = 40  # of 1000, by the MD5 of Tatoeba's English sentence
 VALID = "mt/test/wmt-newstest2013/en-{language}.tsv.xz"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of text: its files, and how many times the training file repeats each pair."""
-
-    files: tuple[str, ...]
-    times: int
-
-
-KINDS = {
-    "everyday": Kind(("mt/tatoeba/{tatoeba}", "mt/tatoeba-newer/en-{language}.tsv.xz"), 2),
-    "debates": Kind(("mt/europarl-mpde/en-{language}.tsv.xz",), 1),
-    "manuals": Kind(
-        (
-            "mt/mdn/en-{language}.tsv.xz",
-            "mt/php-doc/en-{language}.tsv.xz",
-            "mt/godot-docs/en-{language}.tsv.xz",
-            "mt/kubernetes-docs/en-{language}.tsv.xz",
-            "mt/debian-handbook-en-{language}/train.tsv.xz",
-            "mt/libreoffice-help-en-{language}/train.tsv.xz",
-        ),
-        1,
+KINDS = {  # the files of each kind of text
+    "everyday": ("mt/tatoeba/{tatoeba}", "mt/tatoeba-newer/en-{language}.tsv.xz"),
+    "debates": ("mt/europarl-mpde/en-{language}.tsv.xz",),
+    "manuals": (
+        "mt/mdn/en-{language}.tsv.xz",
+        "mt/php-doc/en-{language}.tsv.xz",
+        "mt/godot-docs/en-{language}.tsv.xz",
+        "mt/kubernetes-docs/en-{language}.tsv.xz",
+        "mt/debian-handbook-en-{language}/train.tsv.xz",
+        "mt/libreoffice-help-en-{language}/train.tsv.xz",
     ),
-    "descriptions": Kind(("mt/debian-descriptions-en-{language}/train.tsv.xz",), 1),
-    "interfaces": Kind(
-        (
-            "mt/libreoffice-ui/en-{language}.tsv.xz",
-            "mt/mozilla-ui/en-{language}.tsv.xz",
-            "mt/chromium-ui/en-{language}.tsv.xz",
-            "mt/django/en-{language}.tsv.xz",
-        ),
-        1,
+    "descriptions": ("mt/debian-descriptions-en-{language}/train.tsv.xz",),
+    "interfaces": (
+        "mt/libreoffice-ui/en-{language}.tsv.xz",
+        "mt/mozilla-ui/en-{language}.tsv.xz",
+        "mt/chromium-ui/en-{language}.tsv.xz",
+        "mt/django/en-{language}.tsv.xz",
     ),
-    "games": Kind(("mt/cataclysm-dda/en-{language}.tsv.xz",), 1),
+    "games": ("mt/cataclysm-dda/en-{language}.tsv.xz",),
 }
 MAX_TRANSLATIONS = 4  # the maximum number of translations of an English sentence
 # Pairs to add, as shares of all pairs:
@@ -250,10 +235,10 @@ def collect(
     """The pairs of each kind of text without repetitions; ``counts`` is filled by source."""
     unique: set[Pair] = set()
     kinds: dict[str, list[Pair]] = {}
-    for kind, source in KINDS.items():
+    for kind, forms in KINDS.items():
         translations: Counter[str] = Counter()
         kept = kinds[kind] = []
-        for form in source.files:
+        for form in forms:
             name = form.format(language=language, tatoeba=Path(TATOEBA[language]).name)
             if not (data / name).exists():
                 continue
@@ -316,13 +301,6 @@ def additional_pairs(
     return added
 
 
-def mixture(kinds: dict[str, list[Pair]]) -> Iterator[Pair]:
-    """The pairs of each kind, repeated ``Kind.times`` times."""
-    for name, pairs in kinds.items():
-        for _ in range(KINDS[name].times if name in KINDS else 1):
-            yield from pairs
-
-
 # ------------------------------------------------------------------------------------ writing
 
 
@@ -343,16 +321,18 @@ def prepare(data: Path, out: Path, seed: int = 0) -> dict[str, object]:
         counts: dict[str, Counter[str]] = {}
         kinds = collect(data, language, held_out, counts)
         added = additional_pairs(kinds, language, random)
-        train = list(mixture(kinds | added))
-        random.shuffle(train)
-        write_pairs(out / f"train.en-{language}.tsv", train)
         write_pairs(out / f"everyday.en-{language}.tsv", kinds["everyday"])
+        others = [
+            pair for name, pairs in (kinds | added).items() if name != "everyday" for pair in pairs
+        ]
+        random.shuffle(others)
+        write_pairs(out / f"train.en-{language}.tsv", others)
         valid = (
             (clean(english), clean(other))
             for english, other in read_pairs(data / VALID.format(language=language))
         )
         report[language] = {
-            "train": len(train),
+            "train": len(others),
             "valid": write_pairs(out / f"valid.en-{language}.tsv", valid),
             "sources": counts,
             "kinds": {name: len(pairs) for name, pairs in (kinds | added).items()},
