@@ -1,5 +1,7 @@
 """Strings that a translation keeps: addresses, code, tags, numbers, emoji, text in other scripts.
 
+Addresses are those of mail, the web and houses.
+
 This module is the only place that says what such a string is.
 """
 
@@ -15,6 +17,15 @@ _EMOJI = "[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]"
 _ENDINGS = (
     "txt|pdf|md|csv|json|html?|xml|py|sh|js|toml|ini|conf|log|gz|zip|jpg|png|exe|docx?|mp[34]"
 )
+_NAME = r"[A-Z\u00c0-\u00de][\w-]*"  # a word with a capital
+# A house number with a street in English or French, and a street with a house number in German.
+_HOUSE = rf"""
+    \b\d{{1,4}}[A-Za-z]?\ (?:{_NAME}\ ){{1,3}}
+        (?:Street|Road|Lane|Avenue|Drive|Square|Boulevard|Terrace|Crescent|Way|Close|Court)\b
+    | \b\d{{1,4}}(?:\ (?:bis|ter))?,?\ (?:rue|avenue|boulevard|place|chemin|quai|allée|impasse)
+        (?:(?:\ (?:d[eu]s?|l[ae]s?))*\ (?:[dl]['\u2019])?{_NAME})+
+    | \b{_NAME}(?:straße|strasse|str\.|weg|gasse|platz|allee)\ \d{{1,4}}[a-z]?\b
+"""
 _COPIED = re.compile(
     rf"""
     `[^`\n]+`                                              # code
@@ -29,6 +40,7 @@ _COPIED = re.compile(
     | (?<![\w&])[@\#][^\W\d_][\w-]*                        # a name or a topic
     | \b\w+_\w+\b | \b[A-Za-z]+[-/]?\d[\w-]*               # an identifier
     | \b\d\d?\ ?h\ ?\d\d\b                                  # a time in French
+    | {_HOUSE}
     | \+?\(?\d+(?:(?:[.,:/'\u2019-]|\)?[ \u00a0\u202f]\(?|\)-?)\d+)*   # a number, date or time
     | {_EMOJI}(?:[\u200d\ufe0f\u20e3]|{_EMOJI})*
     | {_OTHER_SCRIPT}+(?:[\s,.!?-]*{_OTHER_SCRIPT}+)*
