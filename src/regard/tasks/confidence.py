@@ -163,14 +163,11 @@ def doubts_about_repeats(text: str, source: str = "") -> Iterator[str]:
         yield f"it repeats {match[1] or match[2]!r}"
 
 
-def doubts_about_extract(text: str, after_gap: Iterable[str], *, introduced: bool) -> Iterator[str]:
+def doubts_about_extract(text: str, after_gap: Iterable[str]) -> Iterator[str]:
     """Reasons against sentences of a document as its summary.
 
-    ``after_gap`` are those whose sentence before is left out; ``introduced`` is False if the
-    document is short and its first sentence is left out.
+    ``after_gap`` are those whose sentence before is left out.
     """
-    if not introduced:
-        yield "the first sentence of a short text is left out"
     if not is_whole(text):
         yield "it does not end like a sentence"
     letters, other = [each for each in text if each.isalpha()], other_letters(text)

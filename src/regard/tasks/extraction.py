@@ -2,7 +2,8 @@
 
 The score of a sentence is the attention weight that the other sentences give to it in the last
 layer of an encoder. It is divided by the square root of the sentence's length. The first sentences
-count more, and those that point back count less. docs/log.md says what else was tried.
+count more, and those that point back count less; the first sentence of a short document is always
+chosen. docs/log.md says what else was tried.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from regard.models.model import AttentionLayer, EncoderDecoder, pad
 from regard.tasks.confidence import doubts_about_extract, trust
 from regard.tasks.records import Sentence, Summary, WordAttention
 from regard.tasks.writing import Check, no_check
-from regard.text.prose import count_words, is_whole, points_back, prose_sentences
+from regard.text.prose import count_words, is_courtesy, is_whole, points_back, prose_sentences
 from regard.text.words import Span
 
 SHARE = 1 / 3  # by default, this share of the sentences is chosen
 MOST = 3  # the largest number of sentences that are chosen by default
-SHORT = 4  # the most sentences of a document of which one is chosen by default
+SHORT = 4  # the most sentences of a document whose first sentence is always chosen
 MIN_WORDS = 5  # a shorter sentence is not chosen, if there are others
 FIRST = 6.0  # how much more the first sentence counts; the second half as much, and so on
 POINTING = 0.7  # how much a sentence counts that points to an earlier one
@@ -100,7 +101,9 @@ class _Document:
         """The sentences that can be chosen: whole ones, or else lines of a few words, or all."""
         said = [self.text[low:high] for low, high in self.units]
         long = [at for at, each in enumerate(said) if count_words(each) >= MIN_WORDS]
-        return [at for at in long if is_whole(said[at])] or long or list(range(len(said)))
+        whole = [at for at in long if is_whole(said[at])]
+        news = [at for at in whole if not is_courtesy(said[at])]
+        return news or whole or long or list(range(len(said)))
 
     def parts(self, room: int) -> Iterator[list[int]]:
         """The sentences of this round, in parts that fit the model."""
@@ -137,8 +140,15 @@ class _Document:
         return True
 
     def ranked(self, units: Sequence[int]) -> list[int]:
-        """Those of some sentences that can be chosen, the best first."""
-        return sorted((at for at in units if at in self.rank), key=lambda at: (-self.score(at), at))
+        """Those of some sentences that can be chosen, the best first.
+
+        The first sentence of a short document introduces what the others say, so it comes first.
+        """
+        short = len(self.able) <= SHORT
+        return sorted(
+            (at for at in units if at in self.rank),
+            key=lambda at: (not short or self.rank[at] > 0, -self.score(at), at),
+        )
 
     def score(self, at: int) -> float:
         """The score of a sentence; that of an average sentence far from the start is 1."""
@@ -190,8 +200,7 @@ def _record(
     chosen = document.chosen(words)
     text, spans = _joined([document.said(at) for at in chosen])
     after_gap = [document.said(at) for at in chosen if document.rank[at] and at - 1 not in chosen]
-    introduced = document.able[0] in chosen or len(document.able) > SHORT
-    trusted = trust(CHANCE, doubts_about_extract(text, after_gap, introduced=introduced))
+    trusted = trust(CHANCE, doubts_about_extract(text, after_gap))
     return Summary(
         text=text,
         score=sum(map(document.score, chosen)) / len(chosen),

@@ -22,6 +22,11 @@ _POINTS_BACK = re.compile(
     r"\W*(He|She|It|They|This|These|Those|His|Her|Its|Their|However|But|Therefore|Then|So|"
     r"Moreover|Furthermore|Also|Both)\b"
 )
+# Words with which a letter begins or ends politely.
+_COURTESY = re.compile(
+    r"\W*(?:(?:many )?thank(?:s| you)\b(?! to\b)|(?:I|we) hope (?:this|that|you)\b)",
+    re.IGNORECASE,
+)
 
 
 def prose_sentences(text: str) -> list[Span]:
@@ -72,6 +77,15 @@ def points_back(sentence: str) -> str | None:
     """
     match = _POINTS_BACK.match(sentence)
     return match and match[1]
+
+
+def is_courtesy(sentence: str) -> bool:
+    """Whether a sentence begins with words of thanks or good wishes, as letters do.
+
+    >>> is_courtesy("Thank you for your order."), is_courtesy("Thanks to the rain, it grew.")
+    (True, False)
+    """
+    return _COURTESY.match(sentence) is not None
 
 
 def _joined(block: str) -> str:
