@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,7 +303,6 @@ def _complete(plan: Plan, wanted: Wanted, parts: Path, tell: Callable[[int], Non
 
 def _receive(plan: Plan, wanted: Wanted, file: Path, tell: Callable[[int], None]) -> None:
     """Download the bytes of a file that are not here yet."""
-    import httpx
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ def _receive(plan: Plan, wanted: Wanted, file: Path, tell: Callable[[int], None]
                 hf_raise_for_status(response)
                 _append(response, file, have, wanted, tell)
             error = CheckpointError(f"The hub sent no more than {have:,} bytes of {wanted.name}.")
-        except httpx.TransportError as failure:
+        except _http_library().TransportError as failure:
             error = failure
         except HfHubHTTPError as failure:
             if failure.response.status_code not in _PASSING:
@@ -367,11 +367,17 @@ def _publish(parts: Path, folder: Path) -> None:
 # ----------------------------------------------------------------------------------------- errors
 
 
+def _http_library() -> Any:
+    """The module whose client and errors huggingface_hub uses: httpx, and httpx2 from 2.0 on."""
+    from huggingface_hub import __version__
+
+    return import_module("httpx" if __version__.startswith("1.") else "httpx2")
+
+
 @contextmanager
 def _hub_errors(name: str, revision: str) -> Iterator[None]:
     """Raise the errors of huggingface_hub as ours."""
     try:
-        import httpx
         from huggingface_hub import __version__, constants
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -407,7 +413,7 @@ def _hub_errors(name: str, revision: str) -> Iterator[None]:
         raise CheckpointError(
             f"{name} cannot be downloaded offline: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."
         ) from None
-    except (HfHubHTTPError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, _http_library().HTTPError) as error:
         raise CheckpointError(
             f"{name} could not be downloaded from {hub}: {first_line(error)} What is here is kept, "
             "and the same command continues."
