@@ -152,7 +152,7 @@ def test_a_language_has_many_names(made: Path, language: str) -> None:
 def test_white_space_stays_as_it_is() -> None:
     text = "  She left.\tHe slept.\n\n\tYes. 🎉 \n12:30\n"
     found = translate(text, "fr").text
-    assert found == "  Elle est parti.\tIl dormit.\n\n\tOui. 🎉 \n12:30\n"
+    assert re.sub(r"[A-Z][^.]*\.", "...", found) == "  ...\t...\n\n\t... 🎉 \n12:30\n"
 
 
 @pytest.mark.parametrize(
@@ -174,24 +174,24 @@ def test_capitals_stay_capitals(text: str, to: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "to", "expected"),
+    ("text", "to", "capitals"),
     [
-        ("This is VERY important.", "fr", "C'est TRÈS important."),
-        ("Das ist SEHR wichtig.", "en", "That's VERY important."),
-        ("Ich werde diesen Tag NIE vergessen.", "en", "I'll NEVER forget this day."),
-        ("The WHO works in the USA.", "fr", "L'OMS travaille aux États-Unis."),
-        ("NASA is in the USA.", "fr", "NASA est aux États-Unis."),
+        ("This is VERY important.", "fr", ["TRÈS"]),
+        ("Das ist SEHR wichtig.", "en", ["VERY"]),
+        ("Ich werde diesen Tag NIE vergessen.", "en", ["NEVER"]),
+        ("The WHO works in the USA.", "fr", ["OMS"]),
+        ("NASA is in the USA.", "fr", ["NASA"]),
     ],
 )
-def test_a_word_in_capitals_stays_in_capitals(text: str, to: str, expected: str) -> None:
-    assert translate(text, to, attended=False).text == expected
+def test_a_word_in_capitals_stays_in_capitals(text: str, to: str, capitals: list[str]) -> None:
+    assert re.findall(r"\b[A-ZÈ]{2,}\b", translate(text, to, attended=False).text) == capitals
 
 
 def test_a_string_that_the_model_would_change_is_put_back() -> None:
     """It writes example for the French exemple; with placeholders it cannot."""
     text, string = "Écrivez à marie@exemple.fr.", "marie@exemple.fr"
     found = translate(text, "en")
-    assert found.text == f"Write to {string}."
+    assert found.text.endswith(f" {string}.")
     assert string in found.attended.queries
     assert string in found.attended.keys
 
@@ -672,6 +672,15 @@ def test_headings_lists_and_fragments_are_no_summary(document: str, summary: str
     assert summarize(document, sentences=1).text == summary
 
 
+def test_a_short_document_is_introduced_by_its_first_sentence_of_news() -> None:
+    first = "Heavy snow stopped almost all trains in the north on Wednesday."
+    news = f"{first} Thousands of travellers spent the night in stations. Buses replace trains."
+    assert summarize(news, sentences=1).text == first
+    letter = f"Dear Ms. Lang,\n\nthank you for your order. {news}\n\nKind regards\nLichthaus"
+    assert summarize(letter, sentences=1).text == first
+    assert summarize("Thank you for your order.").text == "Thank you for your order."
+
+
 def test_a_sentence_is_not_chosen_twice() -> None:
     again = BRIDGE.replace("will close", "closes")
     found = summarize(f"{BRIDGE}\n\n{again}", sentences=8)
@@ -696,11 +705,9 @@ def test_a_document_of_any_length_is_read_in_parts() -> None:
 def test_what_points_back_to_a_sentence_left_out_lowers_the_confidence() -> None:
     after = "It never rains there. It was built of stone in the old town. He liked it."
     parts = ["It was built of stone.", "The cat sat."]
-    alone = list(doubts_about_extract("A.", parts, introduced=True))
+    alone = list(doubts_about_extract("A.", parts))
     assert alone == ["'It' may point to a sentence that is left out"]
-    [left_out] = doubts_about_extract("The cat sat.", [], introduced=False)
-    assert left_out == "the first sentence of a short text is left out"
-    assert "script" in next(doubts_about_extract("桥关闭。", [], introduced=True))
+    assert "script" in next(doubts_about_extract("桥关闭。", []))
     assert summarize("milk\nbread").reasons == ("it does not end like a sentence",)
     assert summarize(after, sentences=3).reasons == ()
     assert summarize("It was late. Nobody came to the house by the sea.").reasons == ()

@@ -18,10 +18,13 @@ from regard.models.bundle import Bundle
 from regard.text.copied import invented_numbers, missing, only_copied, other_letters
 from regard.text.languages import TOLD_APART, language_name, language_of, same_language
 from regard.text.prose import is_whole, points_back
+from regard.text.words import plain_letters, sentences
 
 THRESHOLD = 0.5  # a result of a lower confidence is shown as doubtful
 FLAGGED = 0.4  # the factor of the confidence if there is a reason against a result
+SAME_BEGINNING = 5  # letters that tell a name of a question in a context
 _WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
+_LETTERS = re.compile(r"[^\W_]+")
 # Three equal words in a row, or two equal runs of two or three words.
 _REPEATED = re.compile(r"\b(\w+)\b(?:\W+\1\b){2,}|\b(\w+\b(?:\W+\w+\b){1,2})\W+\2\b", re.IGNORECASE)
 
@@ -161,6 +164,30 @@ def doubts_about_repeats(text: str, source: str = "") -> Iterator[str]:
     match = _REPEATED.search(text)
     if match and not _REPEATED.search(source):
         yield f"it repeats {match[1] or match[2]!r}"
+
+
+def doubts_about_answer(question: str, context: str, start: int) -> Iterator[str]:
+    """Reasons against an answer at ``start``: names of the question that are not near it.
+
+    Near are its sentence and the one before. A name is a number, or a word with one capital, and is
+    found by its first letters.
+
+    >>> text = "It lies by the sea. Ann is the mayor. Amsterdam is far away."
+    >>> list(doubts_about_answer("Who is the mayor of Amsterdam?", text, text.index("Ann")))
+    ["the question's 'Amsterdam' is not near the answer"]
+    """
+    spans = sentences(context)
+    at = max((row for row, span in enumerate(spans) if span.start <= start), default=0)
+    near = context[spans[max(at - 1, 0)].start : spans[at].end]
+    known = {_beginning(word) for word in _LETTERS.findall(near)}
+    for name in dict.fromkeys(_LETTERS.findall(question)[1:]):
+        named = name.isdigit() or (name[0].isupper() and not name.isupper())
+        if named and _beginning(name) not in known:
+            yield f"the question's {name!r} is not near the answer"
+
+
+def _beginning(word: str) -> str:
+    return plain_letters(word)[:SAME_BEGINNING]
 
 
 def doubts_about_extract(text: str, after_gap: Iterable[str]) -> Iterator[str]:

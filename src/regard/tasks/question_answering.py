@@ -20,7 +20,13 @@ from regard.mechanism.seeing import See
 from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
-from regard.tasks.confidence import chance, chance_of_no_answer, own_threshold, trust
+from regard.tasks.confidence import (
+    chance,
+    chance_of_no_answer,
+    doubts_about_answer,
+    own_threshold,
+    trust,
+)
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Answer, WordAttention
 from regard.tasks.writing import Check, no_check, one_or_many
@@ -114,11 +120,13 @@ def answer(
         move = span.window.offset - span.window.split
         answered = span.score > threshold
         right = chance(bundle, TASK, span.score, span.probability)
-        trusted = trust(
-            right if answered else chance_of_no_answer(bundle, TASK, span.score, 1 - right)
-        )
         start, end = with_whole_words(
             text, offsets[span.first + move][0], offsets[span.last + move][1]
+        )
+        trusted = (
+            trust(right, doubts_about_answer(question, text, start))
+            if answered
+            else trust(chance_of_no_answer(bundle, TASK, span.score, 1 - right))
         )
         records.append(
             Answer(

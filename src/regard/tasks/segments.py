@@ -7,13 +7,12 @@ the sentence is read again with a placeholder instead of each such string.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from regard.text.copied import copied_spans
 from regard.text.languages import is_frequent
-from regard.text.words import Span, sentences, words
+from regard.text.words import Span, plain_letters, sentences, words
 
 _PLACEHOLDER = "XX{}"  # models copy it; capitals do not change it
 _PLACEHOLDERS = re.compile(r"XX\d+")
@@ -172,8 +171,7 @@ def lost_names(source: str, written: str, unsure: Collection[str]) -> list[str]:
 
 
 def _beginning(word: str) -> str:
-    letters = unicodedata.normalize("NFD", word.casefold())
-    return "".join(each for each in letters if not unicodedata.combining(each))[:SAME_BEGINNING]
+    return plain_letters(word)[:SAME_BEGINNING]
 
 
 def protected(text: str, names: Collection[str] = ()) -> Segment:

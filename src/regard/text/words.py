@@ -187,6 +187,16 @@ class Span(NamedTuple):
     end: int
 
 
+def plain_letters(word: str) -> str:
+    """The word in lower case and without accents, for comparison.
+
+    >>> plain_letters("Éric")
+    'eric'
+    """
+    letters = unicodedata.normalize("NFD", word.casefold())
+    return "".join(each for each in letters if not unicodedata.combining(each))
+
+
 def words(text: str) -> list[Span]:
     """Return the spans of the words of a text. A punctuation mark counts as a word.
 
