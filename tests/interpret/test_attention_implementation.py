@@ -249,7 +249,9 @@ def test_training_with_dropout_and_gradient_checkpointing() -> None:
     for recomputes in (False, True):
         model.train()
         if recomputes:
-            model.gradient_checkpointing_enable()
+            # transformers 5.23 has renamed the method.
+            old = model.gradient_checkpointing_enable
+            getattr(model, "activation_checkpointing_enable", old)()
         torch.manual_seed(0)
         model.zero_grad()
         model(**inputs).loss.backward()
@@ -337,12 +339,17 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     settings = transformers.GenerationConfig(
         max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    found = model.generate_batch(
-        prompts, generation_config=settings, progress_bar=False,
-        continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=16, block_size=8, max_batch_tokens=32
-        ),
-    )  # fmt: skip
+    try:
+        found = model.generate_batch(
+            prompts, generation_config=settings, progress_bar=False,
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=16, block_size=8, max_batch_tokens=32
+            ),
+        )  # fmt: skip
+    except ValueError as error:
+        if "not supported for continuous batching" not in str(error):
+            raise
+        pytest.skip(f"NOT TESTED: transformers {transformers.__version__} refuses it: {error}")
     assert model.config._attn_implementation == "regard"
     for prompt, answer in zip(prompts, found.values(), strict=True):
         ids = torch.tensor([prompt])

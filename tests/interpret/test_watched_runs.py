@@ -27,10 +27,9 @@ CAUSAL = torch.ones(5, 5).tril().bool()
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),  # deprecated
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning"),
 ]
 
 
@@ -112,6 +111,40 @@ def fake(model: nn.Module, *masks: Tensor) -> Tensor:
 
 def squared(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).square().sum()
+
+
+class PackedStep(nn.Module):
+    """A decoding step of grouped queries, as transformers 5.23 passes it: groups are queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_groups = 6, 3
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        packed = query.reshape(2, 2, 3, 4)
+        if mask is not None and mask.shape[1] == 6:
+            mask = mask.reshape(2, 2, 3, -1)
+        return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask).reshape(
+            2, 6, 1, 4
+        )
+
+
+@pytest.mark.parametrize("masked", ["not", "all heads", "each head"])
+def test_a_step_whose_groups_are_passed_as_queries_has_all_heads(masked: str) -> None:
+    torch.manual_seed(2)
+    query, (key, value) = torch.randn(2, 6, 1, 4), torch.randn(2, 2, 2, 7, 4)
+    mask = None if masked == "not" else torch.rand(2, 1 if masked == "all heads" else 6, 1, 7) < 0.6
+    if mask is not None:
+        mask[..., 0] = True
+    model = PackedStep()
+    watched = same(lambda: model(query, key, value, mask), model)
+    scores = query @ key.repeat_interleave(3, 1).mT / 2
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    [(_, seen)] = watched.calls
+    torch.testing.assert_close(seen.weights, scores.softmax(-1))
+    assert seen.entropy is not None
+    assert seen.entropy.shape == (2, 6, 1)
 
 
 Run = Callable[[nn.Module], Any]

@@ -403,8 +403,12 @@ class _Observer:
         batch = max(map(len, (query, key, value)))
         if not len(query) == len(key) == len(value):
             query, key, value = (t.expand(batch, *t.shape[1:]) for t in (query, key, value))
-        call = _Call(query, key, value, scale=given.get("scale"))
         mask = given.get("attn_mask")
+        if _packed(frame.module, query, key) and not given.get("is_causal"):
+            query = query.reshape(batch, -1, 1, query.shape[-1])
+            if mask is not None and mask.shape[-2] > 1:
+                mask = mask.reshape(*mask.shape[:-3], -1, 1, mask.shape[-1])
+        call = _Call(query, key, value, scale=given.get("scale"))
         if mask is None:
             return call._replace(mask=Causal(), start=0) if given.get("is_causal") else call
         if mask.dim() > 4 or (mask.dim() == 3 and given["query"].dim() == 3):
@@ -513,6 +517,18 @@ def _heads(module: nn.Module) -> int:
             if isinstance(count, int):
                 return count
     return 1
+
+
+def _packed(module: nn.Module, query: Tensor, key: Tensor) -> bool:
+    """Whether the heads of a group are passed as queries of the head of its keys.
+
+    transformers 5.23 does so where one token is decoded and keys have fewer heads.
+    """
+    groups = getattr(module, "num_key_value_groups", 1)
+    heads = query.shape[1]
+    return (
+        query.shape[2] == groups > 1 and heads == key.shape[1] and heads * groups == _heads(module)
+    )
 
 
 def _four_axes(tensor: Tensor, heads: int) -> Tensor:
