@@ -165,6 +165,8 @@ def remark(package: str, installed: str) -> str:
         remarks.append(f"newer than {newest}, the newest that regard was tested with")
     if package == "transformers" and numbers < (5, 0):
         remarks.append('look(), explain() and attn_implementation="regard" need 5 or newer')
+    if package == "transformers" and numbers >= (5, 19):
+        remarks.append('its generate_batch() refuses attn_implementation="regard"')
     if package == "triton":
         from regard.mechanism.backends import hopper
 
