@@ -54,8 +54,9 @@ def summarize(
     """Summarize a document, or each document of a list.
 
     The summary consists of sentences of the document, in its order: those that the other sentences
-    attend to most in the encoder of the model ``summarize``. A third of the sentences are chosen,
-    at most three; or as many as ``sentences``, or as fit into a number of ``words``.
+    attend to most in the encoder of the model ``summarize``, with the first one of a short text. A
+    third of the sentences are chosen, at most three; or as many as ``sentences``, or as fit into a
+    number of ``words``.
 
     With ``one_line``, the model ``summarize`` writes a line, as for descriptions of software, which
     it was trained on. With ``model``, a T5 or a Transformer writes as it was trained to. A document
