@@ -476,7 +476,7 @@ def long_recipe(folder: Path, kind: str) -> dict[str, Any]:
     raw["optimizer"] |= {"ema": 0.9, "decay": 0.01}
     raw["batch"] |= {"accumulate": 2}
     raw["schedule"]["steps"] = 30
-    raw["saving"] = {"every": 2, "keep_last": 3, "average": 3}
+    raw["saving"] = {"every": 2, "minutes": 0, "keep_last": 3, "average": 3}
     raw["evaluation"] = {"every": 5}
     return raw
 
@@ -545,7 +545,7 @@ def test_asked_to_stop_it_saves_leaves_and_goes_on(
     folder: Path, processes: TrainingProcesses, number: signal.Signals
 ) -> None:
     raw = long_recipe(folder, "transformer")
-    raw["saving"] = {"every": 60, "keep_last": 1}
+    raw["saving"] = {"every": 60, "minutes": 0, "keep_last": 1}
     raw["evaluation"] = {"every": 0}
     raw["schedule"]["steps"] = 60
     raw["watching"] = {"every": 1}  # the log tells of every step then
@@ -653,7 +653,7 @@ OLD_RECIPES: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("task", "kind"), OLD_RECIPES)
 def test_a_run_begun_with_earlier_names_resumes(folder: Path, task: str, kind: str) -> None:
     raw = recipe_of(folder, task, kind) | {"graphs": False, "optimizer": {}}
-    raw["saving"] = {"every": 6, "last": 2}
+    raw["saving"] = {"every": 6, "minutes": 0, "last": 2}
     raw["watching"] = {"every": 5, "entropy": 0.0, "logit": 500.0}
     raw["data"] |= {"bad": 0.01}
     if kind == "transformer-xl":

@@ -39,7 +39,7 @@ def recipe(folder: Path, task: str = "translation", kind: str = "transformer") -
     for name in names.get(kind, ("dropout",)):
         raw["model"]["config"][name] = 0.0
     raw["optimizer"] |= {"ema": 0.9}
-    raw["saving"] = {"every": 3, "keep_last": 4}
+    raw["saving"] = {"every": 3, "minutes": 0, "keep_last": 4}
     return raw
 
 
@@ -110,7 +110,7 @@ def test_several_processes_end_in_time_however_often_they_save(
     raw = recipe(tmp_path)
     raw["schedule"] |= {"steps": 100_000, "minutes": 0.02}
     raw["evaluation"]["every"] = 0
-    run = processes.train(raw | {"saving": {"every": 20, "keep_last": 2}}, 2)
+    run = processes.train(raw | {"saving": {"every": 20, "minutes": 0, "keep_last": 2}}, 2)
     assert max(numbers(run)) < 10_000
 
 
@@ -277,7 +277,7 @@ def test_one_process_asked_to_stop_all_save_and_leave(
 ) -> None:
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
     raw["model"]["config"]["dropout"] = 0.1
-    raw["saving"] = {"every": 40, "keep_last": 1}
+    raw["saving"] = {"every": 40, "minutes": 0, "keep_last": 1}
     raw["evaluation"] = {"every": 0}
     raw["schedule"]["steps"] = 40
     expected = bytes_of(processes.train(raw, 2))
