@@ -678,6 +678,7 @@ def test_a_short_document_is_introduced_by_its_first_sentence_of_news() -> None:
     assert summarize(news, sentences=1).text == first
     letter = f"Dear Ms. Lang,\n\nthank you for your order. {news}\n\nKind regards\nLichthaus"
     assert summarize(letter, sentences=1).text == first
+    assert summarize(f"Dear Ms. Lang, thank you for your order. {news}", sentences=1).text == first
     assert summarize("Thank you for your order.").text == "Thank you for your order."
 
 

@@ -22,9 +22,10 @@ _POINTS_BACK = re.compile(
     r"\W*(He|She|It|They|This|These|Those|His|Her|Its|Their|However|But|Therefore|Then|So|"
     r"Moreover|Furthermore|Also|Both)\b"
 )
-# Words with which a letter begins or ends politely.
+# Words with which a letter begins or ends politely, maybe after a salutation on the same line.
 _COURTESY = re.compile(
-    r"\W*(?:(?:many )?thank(?:s| you)\b(?! to\b)|(?:I|we) hope (?:this|that|you)\b)",
+    r"\W*(?:(?:Dear|Hello|Hi)\b[^,!?\n]{0,60}[,!]\s*)?"
+    r"(?:(?:many )?thank(?:s| you)\b(?! to\b)|(?:I|we) hope (?:this|that|you)\b)",
     re.IGNORECASE,
 )
 
